@@ -74,19 +74,28 @@ def _module(name: str) -> Any:
 
 @contextmanager
 def naming_lines_of(option: str, name: str) -> Iterator[None]:
-    """Adds the file and the line to errors that a user's `file.py:function` raises.
+    """Adds the file and the line to errors of a user's `file.py:function` or `package.module:function`.
 
     Raises:
         ValueError: in place of an exception that passed through the file.
     """
     file = name.rpartition(":")[0]
     path = Path(file).resolve()
+    tail = None if file.endswith(".py") else Path(*file.split(".")).parts
+
+    def is_of(filename: str | None) -> bool:
+        """Returns whether a source file is the user's: of a module, the file whose path ends with its name."""
+        if filename is None or tail is None:
+            return filename is not None and Path(filename).resolve() == path
+        source = Path(filename)
+        return (source.parent if source.stem == "__init__" else source.with_suffix("")).parts[-len(tail) :] == tail
+
     try:
         yield
     except Exception as error:
         frames = traceback.walk_tb(error.__traceback__)
-        lines = [line for frame, line in frames if Path(frame.f_code.co_filename).resolve() == path]
-        if isinstance(error, SyntaxError) and error.filename is not None and Path(error.filename).resolve() == path:
+        lines = [line for frame, line in frames if is_of(frame.f_code.co_filename)]
+        if isinstance(error, SyntaxError) and is_of(error.filename):
             lines = [error.lineno or 1]
         if not lines:
             raise

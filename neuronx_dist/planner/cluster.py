@@ -234,7 +234,11 @@ class Cluster:
     def costs(self, size: int = 1, stride: int = 1, *, dtype: str = "float32") -> Costs:
         """Returns the speeds that `parallelize` chooses by, of one axis: `size` ranks, `stride` apart."""
         link = self.link(size, stride)
-        return Costs(self.speed(dtype), self.bandwidth, self.launch, link.bandwidth, link.latency + link.in_step)
+        latency = link.latency + link.in_step
+        is_cpu = self.name == "cpu" or self.fingerprint.get("device", "").startswith("cpu:")
+        device_type = "cpu" if is_cpu else "cuda"
+        speed = self.speed(dtype)
+        return Costs(speed, self.bandwidth, self.launch, link.bandwidth, latency, device_type=device_type)
 
     def speed(self, dtype: str) -> float:
         """Returns the achieved floating-point operations per second of products in a dtype.

@@ -95,7 +95,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints plans, or runs `explain`, `measure` or `validate`; returns 0, or 1 if there is no plan.
+    """Prints plans, or runs `explain`, `measure` or `validate`; returns 0, 1 without a plan, or 2 for wrong arguments.
 
     Raises:
         argparse.ArgumentError: an argument is missing.
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
             planned = Plan.load(args.plan)
             ranks = planned.tp * planned.pp * planned.dp * (planned.job.cp if planned.job else 1)
             one = LayoutPlan.load(args.plan, _model(args.model), cluster if args.devices else cluster.of(ranks))
-            print(json.dumps(one.as_dict(), indent=1) if args.json else one.explain())
+            print(json.dumps(one.as_dict(), indent=1) if args.json else one.explain(_folder(args.model)))
             return 0
         plans = plan(
             _model(args.model),
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> int:
             absent = f"file {error.filename}" if folder.is_dir() else f"folder {folder}"
             text = f"there is no {absent} (seen from {Path.cwd()})"
         print(f"neuronx-dist plan: {text}", file=sys.stderr)
-        return 1 if isinstance(error, (PlanError, ClusterError, OSError)) else 2
+        return 1 if isinstance(error, PlanError) else 2
     return 0
 
 
@@ -185,7 +185,7 @@ def _show(plans: Plans, args: argparse.Namespace) -> None:
     else:
         print(plans.table(plans.pareto()) if args.pareto else plans)
         if args.explain:
-            print(f"\nplan 1: {plans.explain()}")
+            print(f"\nplan 1: {plans.explain(_folder(args.model))}")
     if written:
         print("\n" + "\n".join(written))
 
@@ -214,6 +214,11 @@ def _model(name: str) -> Any:
             )
         return file
     return name
+
+
+def _folder(model: str) -> str:
+    """Returns the folder of `neuronx-dist train --model`: `model` if it is one."""
+    return model if Path(model).is_dir() else "FOLDER"
 
 
 def _built(name: str) -> Any:
@@ -258,15 +263,15 @@ def _pairs(text: str) -> dict[str, Any]:
     """Parses `tp=4,zero1=true`.
 
     Raises:
-        PlanError: a name has no value.
+        ValueError: a name has no value.
     """
     pairs: dict[str, Any] = {}
     for pair in text.split(","):
         name, equals, value = pair.partition("=")
         if not equals:
-            raise PlanError(f"--why-not {text}: {pair!r} has no value: write name=value, such as tp=4,zero1=true")
+            raise ValueError(f"--why-not {text}: {pair!r} has no value: write name=value, such as tp=4,zero1=true")
         if name.strip().replace("-", "_") in pairs:
-            raise PlanError(f"--why-not {text}: {name.strip()} has two values: give one")
+            raise ValueError(f"--why-not {text}: {name.strip()} has two values: give one")
         word = value.strip()
         known: dict[str, Any] = {"true": True, "false": False, "none": ""}
         pairs[name.strip().replace("-", "_")] = int(word) if word.isdecimal() else known.get(word.lower(), word)

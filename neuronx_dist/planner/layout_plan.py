@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from os import PathLike
 from typing import Any
 
+from ..model_shape import padded_heads
 from ..planning.layout import Layout, format_bytes
 from ..planning.plan import JobPlan, Plan, PlanError
 from .candidate import RECOMPUTED, Candidate
@@ -93,6 +96,7 @@ class LayoutPlan:
             words.append(f"{layout.schedule}{chunks}")
         if candidate.recompute:
             words.append(f"recompute {candidate.recompute}")
+        words += ["compiled"] * candidate.compiled
         return ", ".join(words)
 
     def train_options(self) -> dict[str, Any]:
@@ -134,8 +138,8 @@ class LayoutPlan:
                 words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
         return words
 
-    def train_command(self) -> str:
-        """Returns the command that trains in this layout; where there are several hosts, on each of them."""
+    def train_command(self, model: str = "FOLDER") -> str:
+        """Returns the command that trains a model's folder in this layout; on several hosts, on each of them."""
         flags, world, per_host = self.train_flags(), self.layout.world_size, self.cluster.devices_per_host
         command = "neuronx-dist train"
         if world > per_host:
@@ -145,10 +149,14 @@ class LayoutPlan:
                 f"neuronx-dist run --nnodes {world // per_host} --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
                 f"--nproc-per-node {per_host} -m neuronx_dist train"
             )
-        return " ".join([command, "--model FOLDER", *flags])
+        return " ".join([command, f"--model {shlex.quote(model)}", *flags])
 
-    def explain(self) -> str:
-        """Returns the seconds by term, the bytes by stage and the command that trains in this layout, as text."""
+    def explain(self, model: str = "FOLDER") -> str:
+        """Returns the seconds by term, the bytes by stage and the command that trains in this layout, as text.
+
+        Args:
+            model: the folder in the command.
+        """
         seconds, total = self.seconds, self.seconds.total
         lines = [
             self.words(),
@@ -168,7 +176,7 @@ class LayoutPlan:
         for name in (*StageBytes._fields[:-1], "peak"):
             cells = [format_bytes(getattr(self.stages[stage], name)).rjust(10) for stage in shown]
             lines.append("  ".join([name.ljust(14), *cells]))
-        return "\n".join([*lines, f"to train in this layout: {self.train_command()}"])
+        return "\n".join([*lines, f"to train in this layout: {self.train_command(model)}"])
 
     @property
     def plan(self) -> Plan:
@@ -194,6 +202,7 @@ class LayoutPlan:
                 recompute=candidate.recompute,
                 fused_loss=candidate.fused_loss,
                 overlap=candidate.overlap,
+                compiled=candidate.compiled,
                 model=self.workload.name,
                 num_parameters=self.workload.num_parameters,
             ),
@@ -234,6 +243,7 @@ class LayoutPlan:
             "recompute": self.candidate.recompute,
             "fused_loss": self.candidate.fused_loss,
             "overlap": self.candidate.overlap,
+            "compiled": self.candidate.compiled,
             **figures,
             "terms": asdict(self.seconds),
             "peak": self.peak,
@@ -282,4 +292,19 @@ def _candidate_of(planned: Plan, workload: Workload, devices: int, path: str) ->
     if problems:
         problems.append(f"the nearest layout that works: {layout.nearest(workload.shape)}")
         raise PlanError("\n  - ".join([f"{path} cannot work:", *problems]))
-    return Candidate(layout, job.recompute, job.fused_loss, overlap=job.overlap)
+    if unread := list(_without_effect(layout, workload)):
+        raise PlanError("\n  - ".join([f"{path} has keys without effect:", *unread]))
+    return Candidate(layout, job.recompute, job.fused_loss, job.compiled, overlap=job.overlap)
+
+
+def _without_effect(layout: Layout, workload: Workload) -> Iterator[str]:
+    """Yields values of a plan that change nothing in this layout."""
+    if layout.pp == 1 and layout.schedule != "1f1b":
+        yield f"schedule {layout.schedule!r} is of a pipeline, and pp is 1: write '1f1b'"
+    if layout.tp == 1 and layout.sequence_parallel:
+        yield "sequence_parallel shards along tp, and tp is 1: write false"
+    heads = padded_heads(workload.heads, workload.kv_heads, layout.tp)
+    if layout.pad_heads and not heads.pads(workload.heads, workload.kv_heads):
+        yield f"pad_heads pads no heads of {workload.name} at tp {layout.tp}: write false"
+    if layout.pad_vocab and workload.vocab % layout.tp == 0:
+        yield f"pad_vocab pads no vocabulary of {workload.name} at tp {layout.tp}: write false"

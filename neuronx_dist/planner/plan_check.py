@@ -49,8 +49,8 @@ def problem_of(
     Args:
         config: the model's Hugging Face config; None: that of the architecture with the weights of the workload.
         begins: called before a check, which takes seconds; not where the answer is known.
-        unproven: called with the reason if types are not checked: transformers is not installed, or the checker does
-            not type the architecture in any layout, so that programs and collectives alone are compared.
+        unproven: called with the reason if types are not checked: transformers is not installed, or the checker
+            refuses the model on two data ranks too, so that programs and collectives alone are compared.
     """
     if find_spec("transformers") is None:
         if unproven is not None:
@@ -116,11 +116,11 @@ def small_candidate(candidate: Candidate, workload: Workload) -> Candidate:
         cp=cp,
         ep=ep,
         num_microbatches=microbatches,
-        global_batch=dp * microbatches * 2,  # of one row the checker cannot say which dim is which after a reshape
+        global_batch=dp * microbatches,
         seq_len=4 * tp * cp,
         virtual_pipeline_size=min(layout.virtual_pipeline_size, 2),
     )
-    return replace(candidate, layout=small, compiled=False, overlap=False)
+    return replace(candidate, layout=small, compiled=False)
 
 
 def small_config(workload: Workload, small: Candidate, config: Any = None) -> Any:
@@ -170,10 +170,12 @@ def _checked(small: Candidate, config: Any) -> tuple[str, str]:
         degrees: dict[str, Any] = dict(
             tp=1, pp=1, cp=1, ep=1, sequence_parallel=False, zero1=False, pad_heads=False, pad_vocab=False
         )
-        batch: dict[str, Any] = dict(num_microbatches=1, global_batch=4, schedule=None, virtual_pipeline_size=1)
+        batch: dict[str, Any] = dict(num_microbatches=1, global_batch=2, schedule=None, virtual_pipeline_size=1)
         plain = Candidate(replace(small.layout, world_size=2, **degrees, **batch), fused_loss=small.fused_loss)
         if untyped := _problem(plain, config, "G"):
-            return _problem(small, config, None), untyped
+            here, there = (text.partition("\n")[0] for text in (problem, untyped))
+            reason = f"the checker refuses this model on two data ranks alone: {there}"
+            return _problem(small, config, None), reason + f"; in the plan's layout: {here}" * (here != there)
     return problem, ""
 
 
@@ -194,7 +196,11 @@ def _problem(small: Candidate, config: Any, level: str | None) -> str:
         if not layout.zero1:
             return model, MasterWeightsOptimizer(params, sgd)
         return model, NeuronZero1Optimizer(
-            params, sgd, bucket_cap_mb_all_gather=_ONE_BUCKET, bucket_cap_mb_reduce_scatter=_ONE_BUCKET
+            params,
+            sgd,
+            overlap=small.overlap,
+            bucket_cap_mb_all_gather=_ONE_BUCKET,
+            bucket_cap_mb_reduce_scatter=_ONE_BUCKET,
         )
 
     ids = torch.zeros(layout.global_batch // layout.dp, layout.seq_len, dtype=torch.long)

@@ -142,9 +142,9 @@ class Plans(Sequence[LayoutPlan]):
         refusals += [f"types are not checked: {reason.partition(chr(10))[0]}" for reason in sorted(self.unproven)]
         return "\n".join([title, "", *lines, *[""] * bool(refusals), *refusals])
 
-    def explain(self) -> str:
-        """Returns the best plan in detail."""
-        return self._plans[0].explain()
+    def explain(self, model: str = "FOLDER") -> str:
+        """Returns the best plan in detail; `model`: the folder in its command."""
+        return self._plans[0].explain(model)
 
     def why(self) -> str:
         """Returns why the best plan is chosen, in four lines: layout, seconds, memory, and the next plan."""
@@ -371,6 +371,12 @@ def _reasons(predictor: Predictor, job: Job) -> Iterator[str]:
         yield f"cp {one['cp']}: the attention of {workload.name} is not divided over cp: use cp 1"
     if one.get("sequence_parallel") and not workload.allows_sequence_parallel:
         yield f"sequence_parallel True: {workload.name} does not allow it: use False"
+    if one.get("sequence_parallel") and one.get("tp") == 1:
+        yield "sequence_parallel True has no effect with tp 1, along which it shards: use False, or a tp of 2 or more"
+    if one.get("overlap") and one.get("zero1") is False:
+        yield "overlap True is of ZeRO-1's collectives, and zero1 is False: use zero1 True, or overlap False"
+    elif one.get("overlap") and "zero1" not in one and one.get("cp") == 1 and one.get("dp") == 1:
+        yield "overlap True is of ZeRO-1's collectives, and dp 1 x cp 1 ranks have none: use overlap False"
     if one.get("schedule") == "interleaved":
         one.setdefault("virtual_pipeline_size", 2)
     needs_pipeline = one.get("schedule", "1f1b") != "1f1b" or one.get("virtual_pipeline_size", 1) > 1

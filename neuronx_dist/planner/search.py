@@ -93,8 +93,8 @@ def groups(workload: Workload, world: int, job: Job) -> Iterator[Group]:
         pads = heads.pads(workload.heads, workload.kv_heads), workload.vocab % tp != 0
         if world % tp or not _allows(job, pads):
             continue
-        sequence = job.values("sequence_parallel", [False, True] if tp > 1 else [False])
-        if not workload.allows_sequence_parallel:
+        sequence = job.values("sequence_parallel", [False, True])
+        if tp == 1 or not workload.allows_sequence_parallel:
             sequence = [sharded for sharded in sequence if not sharded]
         for pp in job.values("pp", divisors(world // tp, workload.layers)):
             if world // tp % pp or pp > workload.layers:
@@ -120,7 +120,7 @@ def groups(workload: Workload, world: int, job: Job) -> Iterator[Group]:
                             if micro not in job.values("micro_batch", [micro]):
                                 continue
                             for dtype in dtypes:
-                                sizes = RankSizes(tp, cp, ep, sharded and tp > 1, micro, seq_len, dtype)
+                                sizes = RankSizes(tp, cp, ep, sharded, micro, seq_len, dtype)
                                 yield Group(pp, dp, microbatches, sizes, *pads)
 
 

@@ -25,6 +25,7 @@ class Costs:
         link_bandwidth: bytes per second that a rank sends to the other ranks of its axis.
         link_latency: seconds of a collective of no bytes.
         optimizer_bytes: bytes of optimizer state per element of a parameter (Adam: two float32).
+        device_type: "cpu" or "cuda", whose kernels differ in what dropout saves for backward.
     """
 
     flops: float
@@ -33,6 +34,7 @@ class Costs:
     link_bandwidth: float
     link_latency: float
     optimizer_bytes: int = 8
+    device_type: str = "cuda"
 
     def __post_init__(self) -> None:
         for name in ("flops", "bandwidth", "link_bandwidth"):
@@ -61,5 +63,5 @@ class Costs:
 H100 = Costs(flops=400e12, bandwidth=2.5e12, launch=2e-6, link_bandwidth=300e9, link_latency=15e-6)
 """A GPU such as H100: 40 % of its peak of 989e12, NVLink."""
 
-CPU = Costs(flops=147e9, bandwidth=14.7e9, launch=3e-6, link_bandwidth=2e9, link_latency=500e-6)
+CPU = Costs(flops=147e9, bandwidth=14.7e9, launch=3e-6, link_bandwidth=2e9, link_latency=500e-6, device_type="cpu")
 """Two ranks on one machine, gloo; measured."""

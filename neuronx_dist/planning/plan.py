@@ -66,6 +66,7 @@ class JobPlan(NamedTuple):
     Attributes:
         recompute: argument of `nxd.recompute`; "": nothing is recomputed.
         overlap: argument of `NeuronZero1Optimizer`.
+        compiled: pointwise operations are predicted as fused; nothing that trains reads it.
         model, num_parameters: the model that was planned.
     """
 
@@ -81,6 +82,7 @@ class JobPlan(NamedTuple):
     recompute: str = ""
     fused_loss: bool = True
     overlap: bool = False
+    compiled: bool = False
     model: str = ""
     num_parameters: int = 0
 
@@ -286,7 +288,7 @@ def _of_version_1(content: dict[str, Any]) -> dict[str, Any]:
     axes = [content["tp"] // second, second] if second > 1 else []
     content |= {"axes": axes, "later_calls": [calls] if axes else []}
     if isinstance(content.get("job"), dict):
-        content["job"] = {"overlap": False, **content["job"]}
+        content["job"] = {"overlap": False, "compiled": False, **content["job"]}
     for name in ("parameters", "inputs"):
         tensors = content.get(name)
         for tensor in tensors.values() if isinstance(tensors, dict) else ():

@@ -280,6 +280,8 @@ def check_flags(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--schedule {args.schedule} is of a pipeline, and --pp is 1: give --pp 2 or more, or leave it out"
         )
+    if args.sequence_parallel and args.tp == 1 and not (args.auto or args.verify):
+        raise ValueError("--sequence-parallel shards along tp, and --tp is 1: give --tp 2 or more, or leave it out")
     if isinstance(args.peak, str) and peak_flops(args.peak) is None:
         raise ValueError(f"--peak {args.peak} is neither a number nor one of {', '.join(PEAKS)}")
     if isinstance(args.peak, float) and not args.peak > 0:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import nn
 
@@ -108,6 +110,75 @@ def test_figures_add_up_and_stand_in_the_plan(tmp_path: Path) -> None:
     text = str(costs)
     assert "gap: 0.01% (the least seconds of all divisions that the policy allows)" in text
     assert "all_reduce" in text and "blocks.*.up linear" in costs.table(None), text
+
+
+class Attending(nn.Module):
+    """Attention and an MLP, with dropout of probabilities, of hidden values, or without."""
+
+    def __init__(self, attention: float, hidden: float) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+        self.positions = nn.Parameter(torch.zeros(64, 32))
+        self.attention, self.drop = attention, nn.Dropout(hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.positions
+        parts = (part.view(*x.shape[:2], 4, 8).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        heads = F.scaled_dot_product_attention(*parts, dropout_p=self.attention)
+        x = x + self.drop(self.out(heads.transpose(1, 2).reshape(x.shape)))
+        return (x + self.down(self.drop(F.gelu(self.up(x))))).square().sum()
+
+
+def saved_by_forward(parallel_class: Any, x: torch.Tensor) -> int:
+    """Bytes that autograd saves, without parameters and the input; each storage counts once."""
+    parallel = parallel_class()
+    saved = {t.untyped_storage().data_ptr(): t for t in (*parallel.parameters(), *parallel.buffers(), x)}
+    before, kept = set(saved), []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)  # so that no address is used twice
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        parallel(x)
+    return sum(tensor.untyped_storage().nbytes() for key, tensor in saved.items() if key not in before)
+
+
+def attending(attention: float, hidden: float, x: torch.Tensor, ranks: int, folder: Path, device_type: str) -> Any:
+    """Returns the parallel class, and what is predicted for a rank to save."""
+    config = ComputeConfig(ranks, ranks, pas_config={"costs": replace(EAGER, device_type=device_type)})
+    parallel_class = parallelize(
+        Attending,
+        {"x": x},
+        "tp",
+        config,
+        gen_savedir=folder / f"{attention} {hidden} {device_type}",
+        module_fn=lambda: Attending(attention, hidden),
+    )
+    return parallel_class, explain(parallel_class)["saved_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("attention, hidden", [(0.0, 0.0), (0.0, 0.1), (0.1, 0.0)])
+def test_saved_bytes_are_those_of_autograd_with_and_without_dropout(
+    attention: float, hidden: float, ranks: int, tmp_path: Path
+) -> None:
+    x = torch.randn(4, 64, 32)
+    parallel_class, predicted = attending(attention, hidden, x, ranks, tmp_path, "cpu")
+    for measured in threads.run(ComputeConfig(ranks, ranks).mesh(), saved_by_forward, parallel_class, x):
+        assert predicted == pytest.approx(measured, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_gpu_saves_masks_of_bool_and_none_of_attention(tmp_path: Path) -> None:
+    x = torch.randn(4, 64, 32)
+    plain, attention, hidden = (
+        attending(*rates, x, 1, tmp_path, "cuda")[1] for rates in [(0.0, 0.0), (0.1, 0.0), (0.0, 0.1)]
+    )
+    assert attention == plain and hidden == plain + x.numel() + 4 * x.numel()
 
 
 # Policies and options, what the text has, and the gap.

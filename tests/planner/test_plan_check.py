@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 import neuronx_dist as nxd
+from neuronx_dist import comm
+from neuronx_dist.gradients.in_backward import BackwardReduction
 from neuronx_dist.gradients.norm import norm_of
 from neuronx_dist.modules.moe import dispatch
 from neuronx_dist.planner import plan_check, plans
@@ -100,10 +103,39 @@ def test_an_optimizer_that_does_not_sum_its_norm_is_refused(monkeypatch: pytest.
     )
 
 
+@pytest.mark.slow
+def test_a_plan_with_overlap_is_checked_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 sends more than the others where gradients are reduced in backward."""
+    candidate = Candidate(Layout(4, tp=2, zero1=True, global_batch=8, seq_len=16), overlap=True)
+    workload, finish = workload_of("llama-1b"), BackwardReduction.finish
+    config = plan_check.small_config(workload, candidate)
+    assert plan_check._problem(candidate, config, "G") == ""
+
+    def finish_and_send(self: BackwardReduction) -> None:
+        finish(self)
+        if comm.rank("world") == 0:
+            comm.all_reduce(torch.zeros(1), "dp")
+
+    monkeypatch.setattr(BackwardReduction, "finish", finish_and_send)
+    assert plan_check._problem(small_candidate(candidate, workload), config, "G")
+
+
 def test_plans_of_an_architecture_without_types_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_check, "_problem", lambda small, config, level: "no rule\nfor x" if level else "")
+    """The problem without tp, pp, cp and ep, and that of the plan, if it is another one."""
+    here = "no rule\nfor x"
+    monkeypatch.setattr(
+        plan_check,
+        "_problem",
+        lambda small, config, level: (here if small.layout.tp > 1 else "no rule\nfor x") if level else "",
+    )
     found = nxd.plan("llama-1b", **JOB, constraints={"tp": 2, "pp": 2})
-    assert str(found).endswith("\n\ntypes are not checked: no rule") and not found.refused
+    said = "\n\ntypes are not checked: the checker refuses this model on two data ranks alone: no rule"
+    assert str(found).endswith(said) and not found.refused
+    here = "not equal\non rank 1"
+    plan_check._known.clear()
+    assert str(nxd.plan("llama-1b", **JOB, constraints={"tp": 2, "pp": 2})).endswith(
+        f"{said}; in the plan's layout: not equal"
+    )
     assert not plan_check._passed_file().exists()  # the next process says so too
 
 

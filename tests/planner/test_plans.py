@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import json
 import random
 import re
@@ -147,6 +148,40 @@ def test_a_file_is_edited_loaded_and_refused(tmp_path: Path) -> None:
             LayoutPlan.load(path, "llama-8b", where)
 
 
+WITHOUT_EFFECT: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"pad_heads": True}, "pad_heads pads no heads of llama-8b at tp 2: write false"),
+    ({}, {"pad_vocab": True}, "pad_vocab pads no vocabulary of llama-8b at tp 2: write false"),
+    ({"schedule": "zb_v", "pp": 1, "tp": 4}, {}, "schedule 'zb_v' is of a pipeline, and pp is 1: write '1f1b'"),
+    ({"tp": 1, "dp": 4}, {"sequence_parallel": True}, "sequence_parallel shards along tp, and tp is 1: write false"),
+]
+
+
+@pytest.mark.parametrize("changes, of_job, message", WITHOUT_EFFECT)
+def test_values_of_a_file_without_effect_are_refused(
+    changes: dict[str, Any], of_job: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    best = plans(constraints={"tp": 2, "pp": 2, "cp": 1, "sequence_parallel": False}, top_k=1)[0].plan
+    assert best.job is not None
+    replace(best, **changes, job=best.job._replace(**of_job)).save(tmp_path / "a.json")
+    with pytest.raises(PlanError, match=f"a.json has keys without effect:\n  - {re.escape(message)}$"):
+        LayoutPlan.load(tmp_path / "a.json", "llama-8b", Cluster.preset("h100", 8))
+
+
+def test_a_file_says_that_code_is_compiled(tmp_path: Path) -> None:
+    """A file of version 1, which has no such key, is of code that is not."""
+    path, cluster = tmp_path / "a.json", Cluster.preset("h100", 8)
+    best = plans(constraints={"compiled": True}, top_k=1)[0]
+    best.save(path)
+    assert LayoutPlan.load(path, "llama-8b", cluster) == best and best.words().endswith(", compiled")
+    content = json.loads(path.read_text())
+    assert content["job"].pop("compiled") is True
+    for name in ("axes", "later_calls"):
+        del content[name]
+    path.write_text(json.dumps({**content, "version": 1, "second": 1, "second_calls": []}))
+    loaded = LayoutPlan.load(path, "llama-8b", cluster)
+    assert not loaded.candidate.compiled and loaded.seconds.total > best.seconds.total
+
+
 IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     (
         dict(constraints={"tp": 3}),
@@ -172,6 +207,18 @@ IMPOSSIBLE: list[tuple[dict[str, Any], list[str]]] = [
     (
         dict(seq_len=4095, constraints={"tp": 2, "sequence_parallel": True}),
         ["seq_len 4095 is not divisible by tp 2, as sequence parallelism needs", "sequence_parallel True excludes"],
+    ),
+    (
+        dict(constraints={"overlap": True, "zero1": False}),
+        ["overlap True is of ZeRO-1's collectives, and zero1 is False: use zero1 True, or", "zero1 False excludes all"],
+    ),
+    (
+        dict(constraints={"overlap": True, "dp": 1, "cp": 1}),
+        ["overlap True is of ZeRO-1's collectives, and dp 1 x cp 1 ranks have none", "overlap True excludes all"],
+    ),
+    (
+        dict(constraints={"sequence_parallel": True, "tp": 1}),
+        ["sequence_parallel True has no effect with tp 1, along which it shards: use False", "tp 1 excludes all"],
     ),
     (dict(constraints={"ep": 2}), ["ep 2: this model has no experts; use ep 1", "ep 2 excludes all"]),
     (dict(constraints={"pp": 64}, devices=64), ["64 pipeline stages for 32 layers: use pp 32", "pp 64 excludes all"]),
@@ -319,6 +366,10 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         "from transformers import LlamaConfig, LlamaForCausalLM\n"
         "def fn():\n    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2))"
     )
+    tiny_llama().save_pretrained(tmp_path / "a model")
+    of_folder = ["plan", "--model", str(tmp_path / "a model"), *COMMAND[3:], "--seq-len", "64", "--explain"]
+    assert main([*of_folder, "--batch", "8"]) == 0
+    assert f"neuronx-dist train --model '{tmp_path / 'a model'}' --" in capsys.readouterr().out
     assert main(["plan", "--model", f"{model}:fn", *COMMAND[3:], "--seq-len", "2048", "--top", "1"]) == 0
     assert "llama (666.9 M parameters) on 8 x h100" in capsys.readouterr().out
     assert main([*COMMAND, "--json", "--why-not", "virtual_pipeline_size=5"]) == 0
@@ -327,7 +378,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert "tp 3 excludes all" in capsys.readouterr().err
     assert main(["plan", "--model", "none", *COMMAND[3:]]) == 2
     assert "there is no model 'none'" in capsys.readouterr().err
-    assert main([*COMMAND, "--cluster", "h1000"]) == 1
+    assert main([*COMMAND, "--cluster", "h1000"]) == 2
     assert capsys.readouterr().err.startswith("neuronx-dist plan: there is no cluster")
     for words, said in (
         (["--model", f"{model}:json"], "has no 'json'"),
@@ -337,7 +388,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
         (["--save", "none/a.json"], "there is no folder none (seen from "),
         (["--why-not", "tp"], "'tp' has no value: write name=value"),
     ):
-        assert main([*COMMAND, "--tp", "2", "--pp", "1", "--top", "1", *words]) in (1, 2)
+        assert main([*COMMAND, "--tp", "2", "--pp", "1", "--top", "1", *words]) == 2
         assert said in capsys.readouterr().err
     assert main(["plan", "explain", "--plan", str(path), *COMMAND[1:5], "--cluster", "h100"]) == 0
     assert "to train in this layout: neuronx-dist train --model FOLDER --tp" in capsys.readouterr().out
@@ -406,6 +457,26 @@ def test_errors_of_a_user_s_file_are_named(
     assert main(["plan", "--model", name, *COMMAND[3:]]) == 2
     error = capsys.readouterr().err
     assert error.startswith("neuronx-dist plan: ") and said in error and error.count("\n") == 1, error
+
+
+@pytest.mark.parametrize("text, said", [broken for broken in BROKEN if "py:" in broken[1]])
+@pytest.mark.parametrize("file", ["models/tiny.py", "models/tiny/__init__.py"])
+def test_errors_of_a_user_s_module_are_named(
+    text: str, said: str, file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(command_line, "_modules", {})
+    for name in ("models", "models.tiny"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    Path(file).parent.mkdir(parents=True)
+    Path(file).write_text(text)
+    importlib.invalidate_caches()
+    assert main(["plan", "--model", "models.tiny:fn", *COMMAND[3:]]) == 2
+    error = capsys.readouterr().err
+    said = said.partition("model.py:")[2] if "Module" not in said else "cannot import models.tiny: No module named 'no_"
+    assert error.startswith("neuronx-dist plan: ") and said in error and error.count("\n") == 1, error
+    assert "models.tiny" in error
 
 
 # --- the report

@@ -104,6 +104,7 @@ def test_what_cannot_work_is_refused_before_ranks_start(started: Any, tmp_path: 
         ("--tp 2 --schedule zb_v", "--schedule zb_v is of a pipeline, and --pp is 1"),
         ("--config /no/run.json", "--config /no/run.json: no such file; give the run.json of an earlier run"),
         (f"--config {__file__}", "no run.json: it is not JSON ("),
+        ("--sequence-parallel", "--sequence-parallel shards along tp, and --tp is 1: give --tp 2 or more"),
         ("--global-batch 6", "a global batch of 6 is not divisible by dp 1 × 4 microbatches = 4"),
         ("--pp 5", "5 pipeline stages for 4 layers"),
         ("--data /no/such/folder", "no file or folder /no/such/folder"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ Values = tuple[float | None, dict[str, torch.Tensor]]
 def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list[str]) -> list[Problem] | None:
     """Compares loss and gradients of the layout with those of one process on the full batch; None: not compared.
 
+    Those of one process must be finite: NaN equals nothing.
+
     If the subject has a `step`, the gradients are those with which the optimizer steps.
 
     Weights are those of `materialize(model, 0)`, equal in every layout, in float64. Example inputs belong to one
@@ -53,6 +56,9 @@ def compare_values(subject: Subject, mesh: Mesh, deadline: Deadline, notes: list
             "values not compared: the optimizer was made before the weights have values (pass optimizer=), reduces "
             "gradients itself, or does not step; or the step sends between stages that one process does not have"
         )
+        return None
+    if what := _not_finite(expected):
+        notes.append(f"values not compared: {what} in one process: pass inputs with which it is a number")
         return None
     problems = _compare(expected, [values for values in values_by_rank if values is not None], mesh)
     if not problems:
@@ -79,7 +85,7 @@ def _with_fewer_rows(subject: Subject, mesh: Mesh) -> list[str]:
         found = comm.threads.run(mesh, _step, subject, 1, 1)
     except Exception as error:  # noqa: B902 - shapes that fit equal batches alone, in any function
         return [f"not compared with {last}: {type(error).__name__}: {str(error).partition(chr(10))[0]}"]
-    if expected is None or None in found:
+    if expected is None or None in found or _not_finite(expected):
         return []
     problems = _compare(expected, [values for values in found if values is not None], mesh)
     if not problems:
@@ -216,11 +222,19 @@ def _variant(x: torch.Tensor, rank: int) -> torch.Tensor:
     return x
 
 
+def _not_finite(values: Values) -> str:
+    """Returns which of loss and gradients is NaN or infinite, in words; "": none."""
+    loss, grads = values
+    if loss is not None and not isfinite(loss):
+        return f"the loss is {loss}"
+    return next((f"the gradient of {name} is not finite" for name, x in grads.items() if not x.isfinite().all()), "")
+
+
 def _compare(expected: Values, values_by_rank: list[Values], mesh: Mesh) -> list[Problem]:
     problems = []
     loss, grads = expected
     for rank, (value, _) in enumerate(values_by_rank):
-        if value is not None and loss is not None and abs(value - loss) > TOLERANCE * max(abs(loss), 1e-6):
+        if value is not None and loss is not None and not abs(value - loss) <= TOLERANCE * max(abs(loss), 1e-6):
             what = f"the loss is {value:.6g} on rank {rank} and {loss:.6g} in one process{_ratio(value, loss)}"
             problems.append(Problem("values", what, (rank,)))
             break
@@ -236,7 +250,7 @@ def _compare(expected: Values, values_by_rank: list[Values], mesh: Mesh) -> list
                 problems.append(Problem("values", f"{what} process", (rank,)))
                 break
             scale = float(target.abs().max())
-            if float((grad - target).abs().max()) > TOLERANCE * max(scale, 1e-12):
+            if not float((grad - target).abs().max()) <= TOLERANCE * max(scale, 1e-12):
                 problems.append(Problem("values", _describe(name, rank, grad, target, mesh), (rank,)))
                 break
     wrong = [p for p in problems if p.message.startswith("the gradient")]
@@ -248,6 +262,8 @@ def _compare(expected: Values, values_by_rank: list[Values], mesh: Mesh) -> list
 
 def _describe(name: str, rank: int, grad: torch.Tensor, expected: torch.Tensor, mesh: Mesh) -> str:
     what = f"the gradient of {name} is wrong on rank {rank}"
+    if not grad.isfinite().all():
+        return f"{what}: it has elements that are not finite"
     norm = float(expected.norm())
     if norm == 0:
         return f"{what}: it is zero in one process, and {float(grad.norm()):.4g} in norm here"
@@ -262,4 +278,4 @@ def _describe(name: str, rank: int, grad: torch.Tensor, expected: torch.Tensor, 
 
 
 def _ratio(value: float, expected: float) -> str:
-    return f", {value / expected:.4g} times that" if expected else ""
+    return f", {value / expected:.4g} times that" if expected and isfinite(value) else ""

@@ -14,21 +14,26 @@ from math import inf, prod
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from ...planning.choice import Scope
 from ...planning.costs import Costs
 from ...program.program import Call, Program, Strategy, Value, operands_of
 from ...rules.spec import ALL, RULES
 from ...spmd.types import I, R, Shard, SpmdType
+from .. import composites
 from .conversions import OPERATORS, WholeOnRank, conversion
 
-__all__ = ["Constraints", "CostTables", "HeldBytes", "saves"]
+__all__ = ["Constraints", "CostTables", "HeldBytes", "Saved", "drawn_bytes", "saves"]
 
+Saved = tuple[Value | Call, SpmdType]  # a tensor saved for backward in a type; a call: the mask that it draws
 Wants = tuple[frozenset[int], ...]  # by option of a consumer, the numbers of the types that it wants a value in
 GRAIN = 2.0**-40  # seconds: sums of multiples of it are exact in float64 up to 8192 s
 FEW = 4  # consumers whose forms are always chosen exactly
 CONVERSIONS = frozenset(OPERATORS.values())  # conversions of the first axis, as calls of its local program
 MAX_FORMS = 6  # types in one variable of forms
+_ATTENTION = {F.scaled_dot_product_attention, composites.scaled_dot_product_attention}
+_DROPOUT = {F.dropout, torch.dropout, composites.dropout}
 
 
 @dataclass
@@ -66,6 +71,21 @@ def saves(call: Call) -> bool:
     if rule is None:
         return True
     return rule.linear != ALL and not any(set(range(len(operands_of(call)))) <= set(group) for group in rule.linear)
+
+
+def drawn_bytes(call: Call, device_type: str) -> int:
+    """Returns the bytes that dropout saves for backward besides its operands, by the kernels of a device.
+
+    CUDA saves a mask of bool, and of attention a seed. A CPU saves the mask in the dtype of the input, and of attention
+    with dropout, for which it has no fused kernel, the scores, the mask and their product, in float32 or wider.
+    """
+    if not call.random or not call.grad or not any(result.requires_grad for result in call.results):
+        return 0
+    result, on_cpu = call.results[0], device_type == "cpu"
+    if call.function in _ATTENTION:
+        keys = operands_of(call)[1].shape[-2]
+        return 3 * prod(result.shape[:-1]) * keys * max(4, result.dtype.itemsize) * on_cpu
+    return prod(result.shape) * (result.dtype.itemsize if on_cpu else 1) * (call.function in _DROPOUT)
 
 
 class CostTables:
@@ -106,6 +126,7 @@ class CostTables:
         self._wants: dict[Value, list[tuple[Call, Wants]]] = {}
         self._sources: dict[Value, tuple[int, ...]] = {}
         self.saved: set[Value] = set()  # values that a backward reads
+        self._drawn: dict[Call, int] = {}  # bytes that a call's backward reads besides, of all ranks
         self.update: Callable[[Value], float] | None = None
         self._describe()
         self._count = len(self.sizes)
@@ -138,6 +159,8 @@ class CostTables:
                 self._wants.setdefault(value, []).append((call, tuple(map(frozenset, zip(*reads, strict=True)))))
             if saves(call):
                 self.saved.update(operands)
+            if self.backward and (nbytes := drawn_bytes(call, self.costs.device_type)):
+                self._drawn[call] = nbytes
             for index, result in enumerate(call.results):
                 self._sources[result] = tuple(self.number(option.results[index]) for option in options)
             self._add(call, len(options))
@@ -168,6 +191,9 @@ class CostTables:
         del self.sizes[self._count :], self.owner[self._count :]
         for call in self.program.calls:
             yield self._seconds(call), (self.variable[call],)
+            if price and self._drawn.get(call):
+                held = tuple(price * self._drawn_by(call, option) for option in self.options[call])
+                yield self._once(("drawn", held), partial(_rounded_row, held)), (self.variable[call],)
         for value in self.program.parameters:
             variables = [*self.copies[value].values()] if value in self.copies else [self.variable.get(value)]
             for variable in variables if price or self.update else ():
@@ -361,13 +387,26 @@ class CostTables:
     def saved_by(self, chosen: Mapping[Call, Strategy], types: Mapping[Value, SpmdType]) -> dict[Call, float]:
         """Returns the bytes that a rank saves for backward, by the first call that wants a tensor in this type."""
         saved: dict[Call, float] = {}
-        counted: set[tuple[Value, SpmdType]] = set()
+        counted: set[Saved] = set()
         for call in self.program.calls if self.backward else ():
-            for value, want in zip(operands_of(call), chosen[call].operands, strict=True):
-                if value in self.saved and want != types.get(value) and (value, want) not in counted:
-                    counted.add((value, want))
-                    saved[call] = saved.get(call, 0.0) + self.local(value.nbytes, want)
+            tensors = self.saved_of(call, chosen[call], types)
+            if new := tensors.keys() - counted:
+                saved[call] = sum(tensors[tensor] for tensor in new)
+                counted |= new
         return saved
+
+    def saved_of(self, call: Call, strategy: Strategy, types: Mapping[Value, SpmdType]) -> dict[Saved, float]:
+        """Returns the bytes of each tensor that a rank may save for a call; a call in place of a tensor: its mask."""
+        saved: dict[Saved, float] = {}
+        for value, want in zip(operands_of(call), strategy.operands, strict=True):
+            if value in self.saved and want != types.get(value):
+                saved[value, want] = self.local(value.nbytes, want)
+        if call in self._drawn:
+            saved[call, strategy.results[0]] = self._drawn_by(call, strategy)
+        return saved
+
+    def _drawn_by(self, call: Call, strategy: Strategy) -> float:
+        return self.local(self._drawn[call], strategy.results[0])
 
     def held_by(self, chosen: Mapping[Call, Strategy], types: Mapping[Value, SpmdType]) -> list[float]:
         """Returns the bytes that a rank holds of each call: parameters that it is the first to read, and saved ones."""

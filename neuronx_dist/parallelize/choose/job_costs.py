@@ -23,7 +23,7 @@ from ...planning.costs import Costs
 from ...planning.recompute import least_time
 from ...program.program import Call, Division, Program, Value, operands_of
 from ...spmd.types import SpmdType
-from .cost_tables import CostTables
+from .cost_tables import CostTables, Saved
 from .exact import StrategyChoice
 from .stages import StageCalls, schedule_of, stages_of
 
@@ -261,20 +261,19 @@ class DividedUnit:
         """Returns the bytes that a microbatch saves, and those of the span that has most while it is computed again."""
         division, tables = self.division, self.tables
         span_of = {call: span for span in spans for call in self.program.calls[slice(*span)]}
-        outside: set[tuple[Value, SpmdType]] = set()
-        inside: dict[Span, set[tuple[Value, SpmdType]]] = {}
+        outside: dict[Saved, float] = {}
+        inside: dict[Span, dict[Saved, float]] = {}
         for call in calls:
             span = span_of.get(call)
-            for value, want in zip(operands_of(call), division.strategies[call].operands, strict=True):
-                if value in tables.saved and want != division.types.get(value):
-                    (outside if span is None else inside.setdefault(span, set())).add((value, want))
-                if span is not None and value.producer is not None and span_of.get(value.producer) != span:
-                    outside.add((value, division.type_of(value)))
-
-        def count(pairs: Collection[tuple[Value, SpmdType]]) -> float:
-            return sum(tables.local(value.nbytes, type_) for value, type_ in pairs)
-
-        return count(outside), max((count(pairs - outside) for pairs in inside.values()), default=0.0)
+            (outside if span is None else inside.setdefault(span, {})).update(
+                tables.saved_of(call, division.strategies[call], division.types)
+            )
+            for value in operands_of(call) if span is not None else ():
+                if value.producer is not None and span_of.get(value.producer) != span:
+                    type_ = division.type_of(value)
+                    outside[value, type_] = tables.local(value.nbytes, type_)
+        again = (sum(tensors[key] for key in tensors.keys() - outside.keys()) for tensors in inside.values())
+        return sum(outside.values()), max(again, default=0.0)
 
 
 def blocks_of(program: Program) -> list[Span]:

@@ -176,9 +176,16 @@ def _typed(value: Any, hint: Any) -> Any:
     if value is None or kind not in (list, dict, int, str, bool, float) and not is_dataclass(kind):
         return _guessed(value)
     if kind in (list, dict) and isinstance(value, str):
-        value = ast.literal_eval(value)
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise ValueError(f"{value!r} is no Python {kind.__name__}") from None
     if kind is list and isinstance(value, dict):
+        if named := [key for key in value if not str(key).isdigit()]:
+            raise ValueError(f"it is a list, whose items have numbers from 0, and no {named[0]!r}")
         value = _listed({int(index): item for index, item in value.items()})
+    if kind in (list, dict) and not isinstance(value, (list, tuple) if kind is list else dict):
+        raise ValueError(f"it is a {kind.__name__}, got {value!r:.60}")
     if kind is list:
         return [_typed(item, *parts) for item in value]
     if kind is dict:

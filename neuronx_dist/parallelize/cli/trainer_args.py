@@ -116,13 +116,19 @@ class TrainerArgs:
 
     @classmethod
     def from_cli(cls, argv: Sequence[Any]) -> TrainerArgs:
-        """Reads `-f config.yaml --name value ...`; a value of the command line replaces that of the file."""
-        content: dict[str, Any] = {}
+        """Reads `-f config.yaml --name value ...`; a value of the command line replaces that of the file.
+
+        Raises:
+            ValueError: the file is no YAML of members by name, or a value is wrong; the message begins with the file.
+        """
+        content: Any = {}
         argv, file = list(argv), ""
-        if argv[:1] == ["-f"]:
-            file = f"{argv[1]}: "
-            content, argv = load_type("yaml.safe_load")(Path(argv[1]).read_text()) or {}, argv[2:]
+        if argv == ["-f"]:
+            raise ValueError("-f has no file after it: write -f config.yaml")
         try:
+            if argv[:1] == ["-f"]:
+                file = f"{argv[1]}: "
+                content, argv = _read(Path(argv[1])), argv[2:]
             merge_args(content, argv)
             resolve_args(content)
             return cls.from_dict(content)
@@ -316,6 +322,22 @@ class TrainerArgs:
 
     def _arguments(self, config: DatasetConfig, stage: str) -> Arguments:
         return dict(self.create_kwarg(getattr(config, f"{stage}_args")))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Returns the content of a YAML file.
+
+    Raises:
+        ValueError: it is no YAML, or no dict.
+    """
+    text = path.read_text()
+    try:
+        content = load_type("yaml.safe_load")(text) or {}
+    except load_type("yaml.YAMLError") as error:
+        raise ValueError(f"it is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"it is the {type(content).__name__} {content!r:.60}: write members by name, as max_epochs: 4")
+    return content
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import nan
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,6 +64,28 @@ def test_a_wrong_gradient_is_named_with_its_parameter():
     assert problem.message == (
         "the gradient of up.weight is wrong on rank 0: 2 times that of one process (the dp size or the tp size)"
     )
+
+
+@pytest.mark.parametrize("where", ["everywhere", "on ranks", "in gradients on ranks"])
+def test_numbers_that_are_not_finite_equal_nothing(where):
+    class Spoilt(Mean):
+        def forward(self, x):
+            loss = super().forward(x)
+            if where == "in gradients on ranks" and comm.size("tp") > 1:
+                self.up.weight.register_hook(lambda grad: grad * nan)
+                return loss
+            return loss * nan if where == "everywhere" or comm.size("tp") > 1 else loss
+
+    report = spmd.check(Spoilt, models.example_inputs(), MESH, numeric=True)
+    if where == "everywhere":
+        assert report.ok and not report.numeric
+        assert "values not compared: the loss is nan in one process: pass inputs with which" in str(report)
+        return
+    messages = [problem.message for problem in report.problems]
+    if where == "on ranks":
+        assert messages.pop(0).startswith("the loss is nan on rank 0 and ")
+    (of_gradients,) = messages
+    assert of_gradients.startswith("the gradient of up.weight is wrong on rank 0: it has elements that are not finite")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,10 @@ def test_a_file_and_a_command_line(file: str) -> None:
         (["--model.type", "torch.nn.Linea"], "torch.nn has no 'Linea'; nearest: Linear"),
         (["--optimizer.type!"], "OptimizerConfig.type is required"),
         (["2"], "argument '2' has no option before it"),
+        (["--log", "[1"], ": TrainerArgs.log: '[1' is no Python list"),
+        (["--log", "3"], "TrainerArgs.log: it is a list, got 3"),
+        (["--log.x", "3"], "TrainerArgs.log: it is a list, whose items have numbers from 0, and no 'x'"),
+        (["--optimizer.args", "3"], "OptimizerConfig.args: it is a dict, got 3"),
         (["--seed=1", "--seed.a", "2"], "--seed.a: --seed has a value already"),
         (["--lr_scheduler.type", "x", "--lr_scheduler.interval", "day"], "interval 'day' is none of 'epoch', 'step'"),
     ],
@@ -94,6 +99,22 @@ def test_errors_name_the_option(file: str, words: list[str], message: str) -> No
         assert args.resolved_pas_policy == "tp"
         args.create_model()
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("- a\n- b", "a.yaml: it is the list ['a', 'b']: write members by name, as max_epochs: 4"),
+        ("hello", "a.yaml: it is the str 'hello': write"),
+        ("a: [1,\nb: }", "a.yaml: it is no YAML: while parsing a flow node expected the node content, but found '}'"),
+        (None, "-f has no file after it: write -f config.yaml"),
+    ],
+)
+def test_files_that_hold_no_members_are_refused(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(text or "")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        cli.TrainerArgs.from_cli(["-f", *[str(path)] * (text is not None)])
 
 
 def test_lists_of_the_command_line() -> None:
