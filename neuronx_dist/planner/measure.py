@@ -115,12 +115,11 @@ def measure_speeds(device: torch.device, seconds: float) -> Speeds:
             rates.append(2 * size**3 / _seconds(partial(torch.mm, x, x, out=torch.empty_like(x)), device, share))
         flops[dtype], best[dtype] = median(rates), max(rates)
     heads, length, width = (8, 256, 32) if on_cpu else (16, 4096, 128)
-    of_output = torch.ones(1, heads, length, width, device=device, dtype=getattr(torch, dtypes[0]))
-    query, key, value = (torch.randn_like(of_output, requires_grad=True) for _ in range(3))
+    qkv = torch.randn(3, 1, heads, length, width, device=device, dtype=getattr(torch, dtypes[0]), requires_grad=True)
+    of_output = torch.ones_like(qkv[0])
 
     def attend() -> None:
-        output = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        torch.autograd.grad(output, (query, key, value), of_output)
+        F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True).backward(of_output)
 
     operations = (1 + 2.5) * 2 * heads * length**2 * width  # of both passes: `seconds.py`
     attention = operations / _seconds(attend, device, share) / flops[dtypes[0]]
