@@ -401,6 +401,23 @@ def tensor_of_one_rank() -> None:
     comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)
 
 
+def several_tensors() -> None:
+    """Two tensors of unequal shapes in one sum, one gather and one scatter, against sums and joins of all ranks."""
+    whole = [torch.arange(1.0, 9.0).view(2, 2, 2), torch.arange(1.0, 13.0).view(2, 2, 3) ** 2]
+
+    def rank_main() -> None:
+        xs = [x[int(comm.rank("tp"))] for x in whole]
+        sums = spmd.together(spmd.all_reduce, xs, "tp", src=spmd.P, dst=spmd.R)
+        joined = spmd.together(spmd.all_gather, xs, "tp", src=spmd.S(0), dst=spmd.R)
+        rows = spmd.together(spmd.reduce_scatter, xs, "tp", src=spmd.P, dst=spmd.S(0))
+        for x, total, join, row in zip(whole, sums, joined, rows, strict=True):
+            torch.testing.assert_close(total, x[0] + x[1])
+            torch.testing.assert_close(join, torch.cat([x[0], x[1]]))
+            torch.testing.assert_close(row[0], (x[0] + x[1])[int(comm.rank("tp"))])
+
+    comm.threads.run(Mesh(2, tp=2), rank_main, timeout=20.0)
+
+
 def number_of_labels() -> None:
     def rank_main() -> None:
         labels = torch.tensor([[0, 1, 2, 3, 4]] if comm.rank("dp") == 0 else [[0, 1, -100, -100, -100]])

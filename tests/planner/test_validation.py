@@ -96,5 +96,5 @@ def test_missing_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_validate_asks_for_the_folder_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "validate", "--model", "llama-8b", "--cluster", "cpu", "--plan", "a.json"]) == 1
+    assert main(["plan", "validate", "--model", "llama-8b", "--cluster", "cpu", "--plan", "a.json"]) == 2
     assert "neuronx-dist plan: there is no config llama-8b: pass the folder" in capsys.readouterr().err
