@@ -8,7 +8,7 @@ from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
-from ..pipeline.schedule import Schedule
+from ..pipeline.schedule import Schedule, ZeroBubbleV
 from ..planning.layout import Layout
 from .candidate import Candidate, RankSizes
 from .cluster import Cluster
@@ -263,8 +263,7 @@ class Predictor:
         once = self._bytes_of_one(candidate, self.stages(candidate)[stage])
         if layout.pp == 1:
             return once.stage._replace(first_gradients=float(layout.num_microbatches > 1))
-        chunks, total = schedule.num_chunks, layout.num_microbatches * schedule.num_chunks
-        in_flight = schedule.peak_in_flight(stage)
+        chunks, in_flight = schedule.num_chunks, schedule.peak_in_flight(stage)
         activations, loss, temporary = once.stage.activations, once.stage.loss, once.stage.temporary
         ends, waiting = 1, 0  # the last chunk's backward follows its forward
         sides = self._sides(schedule, stage) / chunks
@@ -283,8 +282,28 @@ class Predictor:
             loss=loss,
             temporary=temporary,
             messages=once.stage.messages * (sides * in_flight + spare),
-            first_gradients=float(total > in_flight),
+            first_gradients=self._first_gradients(candidate, stage),
         )
+
+    def _first_gradients(self, candidate: Candidate, stage: int) -> float:
+        """Returns the share of a stage's gradients that exist when most activations do."""
+        schedule, sizes = candidate.schedule, candidate.sizes
+        chunks, of_chunks = schedule.num_chunks, self._chunks_before_peak(schedule, stage)
+        if of_chunks in (0, chunks):
+            return of_chunks / chunks
+        pieces = self.pieces(schedule)[stage]
+        some, every = (sum(self.elements(merged(part), sizes)[:2]) for part in (pieces[chunks - of_chunks :], pieces))
+        return some / every
+
+    @staticmethod
+    def _chunks_before_peak(schedule: Schedule, stage: int) -> int:
+        """Returns of how many chunks, from the last on, a backward comes before most activations are there."""
+        microbatches, chunks = schedule.num_microbatches, schedule.num_chunks
+        if microbatches * chunks <= schedule.peak_in_flight(stage):
+            return 0
+        if isinstance(schedule, ZeroBubbleV) and microbatches < 2 * schedule.num_stages - stage:
+            return 1
+        return chunks
 
     def _sides(self, schedule: Schedule, stage: int) -> int:
         """Returns how many neighbours the chunks of a stage have; each sends and is sent to."""
@@ -310,10 +329,10 @@ class Predictor:
             return list(range(layout.pp))
         key = "fullest", type(schedule), schedule.num_stages, schedule.num_chunks, schedule.num_microbatches
         if key not in self._cache:
-            total, fullest = schedule.num_microbatches * schedule.num_chunks, dict[Any, tuple[int, int]]()
+            fullest = dict[Any, tuple[int, int]]()
             for stage, piece in enumerate(self.stages(candidate)):
                 in_flight = schedule.peak_in_flight(stage)
-                kind = piece, self._sides(schedule, stage), total > in_flight
+                kind = piece, self._sides(schedule, stage), self._chunks_before_peak(schedule, stage)
                 fullest[kind] = max(fullest.get(kind, (-1, 0)), (in_flight, stage))
             self._cache[key] = [stage for _, stage in fullest.values()]
         return self._cache[key]
