@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.compiler import is_dynamo_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .. import comm
@@ -54,12 +55,16 @@ class _Typed(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, row: Row, communicator: Communicator, arguments: OperatorArguments
     ) -> torch.Tensor:
         ctx.row, ctx.communicator, ctx.arguments = row, communicator, arguments
+        if not is_dynamo_compiling():  # which passes zeros in any case
+            ctx.set_materialize_grads(False)  # or parameters before an unused result of `together` get zeros
         if arguments.inplace:
             ctx.mark_dirty(x)
         return row.value(x, communicator, arguments)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        if grad is None:
+            return None, None, None, None
         # By `_apply`, so that the backward itself can be differentiated.
         row, arguments = ROWS[ctx.row.backward], ctx.arguments.reversed()
         if ctx.row.key != ("reinterpret", "I", "V"):

@@ -31,7 +31,7 @@ def together(
     """Returns `operator(x, axis, src=src, dst=dst)` of each tensor; all of one dtype travel in one collective.
 
     So do their gradients, once all of them are there. A checker sees an operator for each tensor, and so do
-    `torch.compile` and `torch.func`.
+    `torch.compile` and `torch.func`. Autograd refuses to write a result in place: results may share memory.
 
     Args:
         operator: `all_reduce`, `all_gather`, `reduce_scatter` or `convert`.

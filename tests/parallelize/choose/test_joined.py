@@ -60,6 +60,14 @@ class Towers(nn.Module):
         return self.image(image), self.text(text)
 
 
+class OneUnused(Towers):
+    """Two towers, of which the loss reads one."""
+
+    def forward(self, image: Tensor, text: Tensor) -> Any:
+        image, text = super().forward(image, text)
+        return torch.sin(text).square().sum(), torch.sin(image)
+
+
 class SharedExpert(nn.Module):
     """Routed experts beside a shared one, which is gated behind its sum."""
 
@@ -78,6 +86,7 @@ class SharedExpert(nn.Module):
 MODELS = {
     "branches": (Stack, {"x": (4, 8, 16)}),
     "towers": (Towers, {"image": (8, 12), "text": (8, 20)}),
+    "one unused": (OneUnused, {"image": (8, 12), "text": (8, 20)}),
     "shared expert": (SharedExpert, {"x": (4, 8, 16)}),
 }
 
@@ -141,6 +150,15 @@ def test_joined_programs_train_as_in_one_process(name: str, policy: str, ranks: 
 
     wanted = trained(module, arguments, sgd, 3, 1)
     assert_equal(trained_parallel(module, arguments, sgd, 3, ComputeConfig(ranks), policy, tmp_path), wanted, 1e-10)
+    assert "spmd.together(" in "".join(file.read_text() for file in tmp_path.rglob("*.py"))
+
+
+def test_parameters_before_an_unused_result_of_joined_collectives_have_no_gradient(tmp_path: Path) -> None:
+    module, arguments = made("one unused")
+    wanted = trained(module, arguments, torch.optim.SGD, 1, 1)
+    assert sum(x is None for x in wanted.gradients.values()) == 4
+    has = trained_parallel(module, arguments, torch.optim.SGD, 1, ComputeConfig(2), "tp", tmp_path)
+    assert_equal(has, wanted, 1e-10)
     assert "spmd.together(" in "".join(file.read_text() for file in tmp_path.rglob("*.py"))
 
 
