@@ -66,6 +66,14 @@ def towers(**options: Any) -> tuple[nn.Module, dict[str, Any]]:
     return Towers(widths, **options).double(), arguments
 
 
+def first_frozen() -> tuple[nn.Module, dict[str, Any]]:
+    """Returns tables of which the first of the join, and the largest, have no gradient."""
+    module, arguments = towers()
+    for number in (0, 2):
+        module.get_parameter(f"tables.{number}.weight").requires_grad_(False)
+    return module, arguments
+
+
 def dlrm() -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     return Dlrm(ROWS, WIDTH).double(), inputs(ROWS, BATCH)
@@ -108,6 +116,7 @@ CASES = {
     "bags": (dlrm, 2, torch.optim.SGD),
     "bags, 4": (dlrm, 4, torch.optim.Adam),
     "unequal widths": (towers, 2, torch.optim.Adam),
+    "first frozen": (first_frozen, 2, torch.optim.SGD),
     "stacked, 4": (lambda: towers(stacked=True), 4, torch.optim.SGD),
 }
 
@@ -121,7 +130,7 @@ def test_whole_tables_train_as_in_one_process(case: str, tmp_path: Path) -> None
     def rank() -> Any:
         parallel: Any = parallelize(module, arguments, whole, ComputeConfig(ranks), gen_savedir=tmp_path)
         with comm.record() as calls:
-            parallel(**arguments)
+            parallel(**arguments).backward()
         sent = [call.shape[0] * 8 for call in calls if call.verb == "exchange"]
         held = {name: x.shape[0] for name, x in parallel.named_parameters() if name.endswith("weight")}
         return trained(parallel, arguments, build_optimizer(parallel, optimizer, lr=0.1)), sent, held
@@ -134,8 +143,9 @@ def test_whole_tables_train_as_in_one_process(case: str, tmp_path: Path) -> None
     division = divide(recorded(module, arguments), whole, ComputeConfig(ranks))
     assert division.costs is not None
     (entry,) = [entry for entry in division.costs()["collectives"] if entry["operator"].startswith("inside")]
-    assert [len(sent) for _, sent, _ in results] == [1] * ranks
-    assert max(sent[0] for _, sent, _ in results) == entry["forward_bytes"] == entry["backward_bytes"]
+    assert [len(sent) for _, sent, _ in results] == [2] * ranks
+    most = [max(sent) for sent in zip(*(sent for _, sent, _ in results))]
+    assert most == [entry["forward_bytes"], entry["backward_bytes"]]
     for name, x in module.named_parameters():
         if name.startswith(("emb_l", "tables")):
             assert sorted(held[name] for _, _, held in results) == [0] * (ranks - 1) + [x.shape[0]]
