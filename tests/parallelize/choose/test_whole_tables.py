@@ -155,6 +155,19 @@ def recorded(module: nn.Module, arguments: dict[str, Any]) -> Any:
     return decomposed(record_program(module, arguments, training=True))
 
 
+def test_float32_is_proven_too(tmp_path: Path) -> None:
+    """Below float64 the values are compared on tensors of a subclass."""
+    module, arguments = towers()
+    module, arguments = module.float(), {**arguments, "target": arguments["target"].float()}
+
+    def rank() -> Tensor:
+        parallel: Any = parallelize(module, arguments, whole, ComputeConfig(2), gen_savedir=tmp_path)
+        return parallel(**arguments)
+
+    for found in threads.run(Mesh(2, tp=2), rank):
+        torch.testing.assert_close(found, module(**arguments), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("broken", ["lost", "doubled", "turned"])
 def test_a_broken_exchange_is_refused(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, arguments = towers()
