@@ -338,3 +338,15 @@ def test_pipelines_and_several_axes_cut_tables(sizes: dict[str, int]) -> None:
     program = recorded(module, arguments)
     division = divide(program, policy, ComputeConfig(4, use_end2end=True))
     assert not any(isinstance(type_, WholeOnRank) for level in division.levels for type_ in level.types.values())
+
+
+def test_whole_tables_in_a_pipeline_are_refused() -> None:
+    module, arguments = towers(stacked=True)
+
+    def policy(graph: IRGraph, config: ComputeConfig) -> IRGraph:
+        graph.whole_tables("tables.*")
+        config.apply_pipeline_scheduler(graph, 2, 2, "1f1b")
+        return graph
+
+    with pytest.raises(PlanError, match="tables.0.weight .* no whole tables in pipelines"):
+        divide(recorded(module, arguments), policy, ComputeConfig(4, use_end2end=True))
