@@ -7,6 +7,7 @@ Dropout and attention draw their masks from this rank's local random stream.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
+from math import prod
 from typing import Any
 from zlib import crc32
 
@@ -369,8 +370,8 @@ def _from_ranks(
 
     def of_this_rank(*tensors: Tensor) -> Tensor:
         here = _number_of(tensors[0], axis)
-        sizes = [batch * tensors[n].shape[1:].numel() for numbers in of_rank for n in numbers]
-        received = [batch * sum(tensors[n].shape[1:].numel() for n in numbers) for numbers in of_rank]
+        sizes = [batch * prod(tensors[n].shape[1:]) for numbers in of_rank for n in numbers]
+        received = [batch * sum(prod(tensors[n].shape[1:]) for n in numbers) for numbers in of_rank]
         pieces = [tensors[n].split(batch) for n in of_rank[here]]
         sent = [piece.flatten() for of_one_rank in zip(*pieces) for piece in of_one_rank]
         # Rows of other ranks' tables are empty here: with them each weight has a gradient on each rank.

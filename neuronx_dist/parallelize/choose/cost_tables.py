@@ -284,12 +284,14 @@ class CostTables:
         return compute, max(0.0, seconds - compute) if option.steps else seconds
 
     def sent_inside(self, call: Call, option: Strategy) -> tuple[int, int]:
-        """Returns the bytes sent inside of a call, forward and backward (for the gradient of its first operand)."""
+        """Returns the bytes sent inside of a call, forward and backward.
+
+        Backward sends for the gradient of the first operand; of whole tables, if any of them has a gradient.
+        """
         forward, backward = option.bytes_moved
-        first = [x for x, t in zip(operands_of(call), option.operands) if isinstance(t, WholeOnRank)] or operands_of(
-            call
-        )
-        needed = self._has_backward(call) and any(operand.requires_grad for operand in first[:1])
+        operands = operands_of(call)
+        tables = [x for x, t in zip(operands, option.operands) if isinstance(t, WholeOnRank)]
+        needed = self._has_backward(call) and any(x.requires_grad for x in tables or operands[:1])
         return forward, backward if needed else 0
 
     def _moved(self, call: Call) -> tuple[int, ...]:

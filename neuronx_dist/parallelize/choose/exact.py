@@ -137,6 +137,11 @@ class StrategyChoice:
             left = [t for t in types[value] if t in allowed]
             if not left:
                 name = f"{value.path or value.name} {list(value.shape)}"
+                if any(isinstance(t, WholeOnRank) for t in allowed):
+                    raise PlanError(
+                        f"{name} cannot be whole on a rank: there are no whole tables in pipelines, nor over several "
+                        f"axes; leave graph.whole_tables out. It can be {_listed(types[value])} over {self.size} ranks"
+                    )
                 raise PlanError(
                     f"{name} cannot be {_listed(allowed)} over {self.size} ranks; it can be {_listed(types[value])}"
                 )
