@@ -13,6 +13,8 @@ import torch
 from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
 from neuronx_dist.parallelize.cli import AggregatedOutputs
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
+from tests.parallelize.choose.test_whole_tables import towers, whole
+from tests.parallelize.choose.test_whole_tables import trained as trained_whole
 from tests.parallelize.support.models import model
 from tests.parallelize.support.parity import batch, trained
 from tests.support import forked
@@ -44,6 +46,33 @@ def test_processes_with_folders_of_their_own(tmp_path: Path) -> None:
         assert weights.keys() == wanted.keys() - {"head.weight"}  # tied: it has its first name alone
         for name, x in weights.items():
             torch.testing.assert_close(x, wanted[name], rtol=1e-9, atol=1e-9)
+
+
+def train_divided(kind: str, folder: str) -> list[torch.Tensor]:
+    """Trains three steps on a rank of two: tables that are each whole on a rank, or of four: two axes."""
+    (module, arguments), policy, size = KINDS[kind]()
+    ranks = torch.distributed.get_world_size()
+    config = ComputeConfig(ranks, ranks, pas_config={"tp_size": size} if size else {})
+    subfolder = os.path.join(folder, str(torch.distributed.get_rank()))
+    parallel = parallelize(module, arguments, policy, config, gen_savedir=subfolder, broadcast_strategy="all")
+    return trained_whole(parallel, arguments, build_optimizer(parallel, SGD))
+
+
+KINDS: dict[str, Any] = {
+    "whole tables": lambda: (towers(), whole, None),
+    "two axes": lambda: (model("mlp"), "tp", [2, 2]),
+}
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("kind", "ranks"), [("whole tables", 2), ("two axes", 4)])
+def test_divisions_over_processes(kind: str, ranks: int, tmp_path: Path) -> None:
+    """Losses, gradients of three steps and weights equal those of one process."""
+    module, arguments = KINDS[kind]()[0]
+    wanted = trained_whole(module, arguments, SGD(module.parameters()))
+    for found in processes(ranks).run(train_divided, kind, str(tmp_path), mesh={"tp": ranks}):
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
 
 
 CONFIGURATION = """
