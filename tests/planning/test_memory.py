@@ -254,7 +254,8 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
     held = [*model.local_parameters(), *model.local_buffers(), *batch.values()]
     for master, state in optimizer.base_optimizer.state.items():
         held += [master, *(value for value in state.values() if isinstance(value, torch.Tensor))]
-    phases = []
+    known = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
+    phases, unknown = [], []
     gc.collect()
     gc.disable()  # what waits for the garbage collector to be freed is held too long
     try:
@@ -262,14 +263,14 @@ def train_and_measure(case: Case, ask_allocator: bool = False) -> Measured:
             with measure_peak(held=held) as memory:
                 step(memory)
             phases.append(memory.phases)
+            others = {address: nbytes for address, nbytes in _storages().items() if address not in known}
+            unknown.append(sum(nbytes for address, nbytes in others.items() if address not in before))
     finally:
         gc.enable()
-    known = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held}
-    unknown = sum(nbytes for address, nbytes in _storages().items() if address not in known and address not in before)
     allocated = sum(known.values()) + _allocated(step) if ask_allocator else 0
     # The least of three: now and then a thread of gloo lets go of a finished collective's buffers a moment late.
     compute, update = (min(seen[name].peak for seen in phases) for name in ("", "step"))
-    return Measured(comm.rank("pp"), compute, update, allocated, unknown)
+    return Measured(comm.rank("pp"), compute, update, allocated, min(unknown))
 
 
 def _storages() -> dict[int, int]:
