@@ -14,7 +14,7 @@ from neuronx_dist.parallelize import ComputeConfig, build_optimizer, parallelize
 from neuronx_dist.parallelize.cli import AggregatedOutputs
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
 from tests.parallelize.choose.test_whole_tables import towers, whole
-from tests.parallelize.choose.test_whole_tables import trained as trained_whole
+from tests.parallelize.support.dlrm import trained as trained_whole
 from tests.parallelize.support.models import model
 from tests.parallelize.support.parity import batch, trained
 from tests.support import forked

@@ -18,7 +18,7 @@ from ...spmd.types import I, P, R, Shard, SpmdType
 from .. import composites
 from .conversions import RowsOfExperts
 
-__all__ = ["DRAWING", "EXPERTS", "TOKENS", "Composite", "composite_of", "expert_composites", "over_units"]
+__all__ = ["DRAWING", "EXPERTS", "TOKENS", "Template", "Composite", "composite_of", "expert_composites", "over_units"]
 
 DRAWING: dict[Callable[..., Any], Callable[..., Any]] = {
     F.dropout: composites.dropout,
@@ -227,20 +227,26 @@ _BUILDERS = {function: (names.split(), build) for functions, names, build in _TA
 EXPERTS = {getattr(experts, name): getattr(composites, name) for name in ("to_experts", "expert_product", "to_tokens")}
 
 
-class ExpertComposite(NamedTuple):
-    """A strategy that divides the experts: fields of `derivation.Template`."""
+class Template(NamedTuple):
+    """A strategy of all calls with the same facts.
+
+    `arguments`: with slots; None: the arguments of the call. `function`: a composite; None: the call's function.
+    `share`: of the call's computation; None: 1 / size if a label is cut. The others as in `Strategy`.
+    """
 
     name: str
     operands: tuple[SpmdType, ...]
     results: tuple[SpmdType, ...]
-    arguments: Arguments
-    function: Callable[..., Any]
-    bytes_moved: tuple[int, int]
+    arguments: Arguments | None
+    function: Callable[..., Any] | None = None
+    bytes_moved: tuple[int, int] = (0, 0)
+    steps: int = 0
+    share: float | None = None
 
 
 def expert_composites(
     function: Callable[..., Any], arguments: Arguments, slots: Sequence[TensorSlot], axis: str, size: int
-) -> Iterator[ExpertComposite]:
+) -> Iterator[Template]:
     """Yields the strategies of a function of `EXPERTS` that divide the experts, of all tokens and of S(0) tokens."""
     args, kwargs = arguments
     product = function is experts.expert_product
@@ -265,7 +271,7 @@ def expert_composites(
         counted = count * 8 * (size - 1) // size if options and function is experts.to_experts else 0
         local = args, {**kwargs, **options, "axis": axis}
         name = f"experts, {TOKENS[exchanged]}"
-        yield ExpertComposite(name, operands, results, local, EXPERTS[function], (sent + counted, sent))
+        yield Template(name, operands, results, local, EXPERTS[function], (sent + counted, sent))
 
 
 TOKENS = {False: "all tokens on each rank", True: "tokens exchanged"}

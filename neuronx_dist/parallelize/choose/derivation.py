@@ -27,7 +27,7 @@ from ...rules.local_call import Arguments, TensorSlot, local_arguments, spec_of
 from ...spmd.errors import Violation
 from ...spmd.tensor_type import TensorType
 from ...spmd.types import I, P, R, Shard, SpmdType
-from .composite_strategies import DRAWING, EXPERTS, TOKENS, composite_of, expert_composites
+from .composite_strategies import DRAWING, EXPERTS, TOKENS, Template, composite_of, expert_composites
 from .conversions import RowsOfExperts
 from .whole_tables import Places, table_strategy
 
@@ -35,7 +35,6 @@ __all__ = [
     "Derivation",
     "Facts",
     "Refusal",
-    "Template",
     "assignments",
     "cut_types",
     "described",
@@ -51,23 +50,6 @@ class Refusal(NamedTuple):
 
     name: str
     why: str
-
-
-class Template(NamedTuple):
-    """A strategy of all calls with the same facts.
-
-    `arguments`: with slots; None: the arguments of the call. `function`: a composite; None: the call's function.
-    `share`: of the call's computation; None: 1 / size if a label is cut. The others as in `Strategy`.
-    """
-
-    name: str
-    operands: tuple[SpmdType, ...]
-    results: tuple[SpmdType, ...]
-    arguments: Arguments | None
-    function: Callable[..., Any] | None = None
-    bytes_moved: tuple[int, int] = (0, 0)
-    steps: int = 0
-    share: float | None = None
 
 
 class Derivation(NamedTuple):
@@ -130,7 +112,7 @@ def derive(facts: Facts) -> Derivation:
         derivation.templates.extend(_over_experts(facts, derivation.templates))
     if facts.places is not None:
         args = facts.function, facts.arguments, facts.slots, facts.places, facts.axis, facts.size
-        derivation.templates.append(Template(*table_strategy(*args)))
+        derivation.templates.append(table_strategy(*args))
     if why:
         derivation.refusals.append(Refusal("S", why))
     return derivation
@@ -402,7 +384,7 @@ def _over_experts(facts: Facts, templates: Sequence[Template]) -> list[Template]
     """
     if facts.function in EXPERTS:
         args = facts.function, facts.arguments, facts.slots, facts.axis, facts.size
-        return [Template(*composite[:4], *composite[4:]) for composite in expert_composites(*args)]
+        return [*expert_composites(*args)]
     routed: list[Template] = []
     for template in templates if facts.routed and not facts.random else ():
         shards = {x for x in (*template.operands, *template.results) if isinstance(x, Shard)}

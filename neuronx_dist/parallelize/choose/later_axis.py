@@ -13,12 +13,11 @@ from ...rules import RULES, Spec, operands
 from ...rules.local_call import Arguments, TensorSlot
 from ...spmd.types import I, P, R, Shard, SpmdType
 from ..composites import group_norm
-from .composite_strategies import DRAWING
+from .composite_strategies import DRAWING, Template
 from .conversions import OPERATORS
 from .derivation import (
     Derivation,
     Facts,
-    Template,
     assignments,
     cut_types,
     cuts,

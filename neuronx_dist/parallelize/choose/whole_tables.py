@@ -22,6 +22,7 @@ from ...program.program import Call, Program, Value, operands_of
 from ...rules.local_call import Arguments, TensorSlot
 from ...spmd.types import R, Shard, SpmdType
 from .. import composites
+from .composite_strategies import Template
 from .conversions import WholeOnRank
 
 __all__ = ["Places", "places_of", "table_strategy"]
@@ -119,19 +120,6 @@ def _distributed(sizes: Sequence[int], widths: Sequence[int], count: int) -> lis
     return ranks
 
 
-class TableStrategy(NamedTuple):
-    """A strategy of whole tables: fields of `derivation.Template`."""
-
-    name: str
-    operands: tuple[SpmdType, ...]
-    results: tuple[SpmdType, ...]
-    arguments: Arguments
-    function: Callable[..., Any]
-    bytes_moved: tuple[int, int]
-    steps: int
-    share: float
-
-
 def table_strategy(
     function: Callable[..., Any],
     arguments: Arguments,
@@ -139,7 +127,7 @@ def table_strategy(
     places: Places,
     axis: str,
     size: int,
-) -> TableStrategy:
+) -> Template:
     """Returns the strategy of a look-up or a join of whole tables."""
     types: list[SpmdType] = [
         Shard(0) if rank is None else WholeOnRank(0, rank=rank, share=places.share) for rank in places.ranks
@@ -150,7 +138,7 @@ def table_strategy(
         operands = tuple(types[0] if slot is weight else R for slot in slots)
         local: Arguments = (input, weight), {**named, "rank": places.ranks[0], "axis": axis}
         name = f"table on rank {places.ranks[0]}"
-        return TableStrategy(name, operands, (types[0],), local, LOOKUPS[function], (0, 0), 0, places.share)
+        return Template(name, operands, (types[0],), local, LOOKUPS[function], (0, 0), 0, places.share)
     sent = [0] * size  # a rank gets as much in backward
     for slot, rank in zip(slots, places.ranks, strict=True):
         if rank is not None:
@@ -158,4 +146,4 @@ def table_strategy(
     options = {"dim": _dim(*arguments), "ranks": places.ranks, "batch": slots[0].shape[0] // size, "axis": axis}
     local = (list(slots),), options
     moved = max(sent), max(sent)
-    return TableStrategy("tables exchanged", tuple(types), (Shard(0),), local, JOINS[function], moved, 0, 1 / size)
+    return Template("tables exchanged", tuple(types), (Shard(0),), local, JOINS[function], moved, 0, 1 / size)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from neuronx_dist import Mesh, comm
 from neuronx_dist.comm import threads
@@ -17,8 +17,7 @@ from neuronx_dist.parallelize.policy.policies import divide
 from neuronx_dist.program.decompose import decomposed
 from neuronx_dist.program.record import record_program
 from neuronx_dist.spmd.types import S
-from neuronx_dist.weights.shard_spec import gather_full, spec_of
-from tests.parallelize.support.dlrm import BATCH, ROWS, WIDTH, Dlrm, inputs
+from tests.parallelize.support.dlrm import BATCH, ROWS, WIDTH, Dlrm, inputs, trained
 
 pytestmark = pytest.mark.slow
 
@@ -40,26 +39,15 @@ def test_a_recommendation_model_trains_as_in_one_process(ranks: int, policy: Any
     torch.manual_seed(0)
     module, arguments = Dlrm(ROWS, WIDTH).double(), inputs(ROWS, BATCH)
 
-    def steps(module: nn.Module, optimizer: Any) -> list[Tensor]:
-        found: list[Tensor] = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = module(**arguments)
-            loss.backward()
-            grads = [(x.grad.to_dense(), spec_of(x)) for x in module.parameters() if x.grad is not None]
-            found += [loss.detach(), *(gather_full(grad, spec) for grad, spec in grads)]
-            optimizer.step()
-        return found
-
     def rank() -> tuple[list[Tensor], list[Any]]:
         parallel: Any = parallelize(module, arguments, policy, ComputeConfig(ranks), gen_savedir=tmp_path)
         with comm.record() as calls:
             parallel(**arguments)
         exchanged = [call.shape for call in calls if call.verb == "all_to_all"]
-        return steps(parallel, build_optimizer(parallel, torch.optim.SGD, lr=0.1)), exchanged
+        return trained(parallel, arguments, build_optimizer(parallel, torch.optim.SGD, lr=0.1)), exchanged
 
     whole = copy.deepcopy(module)
-    wanted = steps(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
+    wanted = trained(whole, arguments, torch.optim.SGD(whole.parameters(), lr=0.1))
     for found, exchanged in threads.run(Mesh(ranks, tp=ranks), rank):
         for x, y in zip(found, wanted, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)

@@ -33,7 +33,7 @@ from neuronx_dist.planning.plan import Plan, PlanError
 from neuronx_dist.program.decompose import decomposed
 from neuronx_dist.program.record import record_program
 from neuronx_dist.weights.shard_spec import gather_full, spec_of
-from tests.parallelize.support.dlrm import BATCH, ROWS, WIDTH, Dlrm, inputs
+from tests.parallelize.support.dlrm import BATCH, ROWS, WIDTH, Dlrm, inputs, trained
 
 pytestmark = pytest.mark.slow
 
@@ -83,19 +83,6 @@ def whole(graph: IRGraph, config: ComputeConfig) -> IRGraph:
     """A policy: tables are whole on ranks."""
     graph.whole_tables("emb_l.*" if graph.select(name="embedding_bag") else "tables.*")
     return graph
-
-
-def trained(module: nn.Module, arguments: dict[str, Any], optimizer: Any, steps: int = 3) -> list[Tensor]:
-    """Returns losses and gradients of each step, and the weights after them, all whole."""
-    found: list[Tensor] = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = module(**arguments)
-        loss.backward()
-        grads = [(x.grad.to_dense(), spec_of(x)) for x in module.parameters() if x.grad is not None]
-        found += [loss.detach(), *(gather_full(grad, spec) for grad, spec in grads)]
-        optimizer.step()
-    return found + [gather_full(x, spec_of(x)) for x in module.parameters()]
 
 
 def dense(module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""A recommendation model (DLRM), and arguments of its forward."""
+"""A recommendation model (DLRM), arguments of its forward, and the training of modules with tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BATCH", "ROWS", "WIDTH", "Dlrm", "inputs"]
+from neuronx_dist.weights.shard_spec import gather_full, spec_of
+
+__all__ = ["BATCH", "ROWS", "WIDTH", "Dlrm", "inputs", "trained"]
 
 ROWS, WIDTH, BATCH, HOT = [100, 4, 30, 70, 50, 12, 9, 20], 16, 32, 3
 
@@ -43,3 +45,16 @@ def inputs(rows: list[int], batch: int, dtype: torch.dtype = torch.float64) -> d
         "lS_i": [torch.randint(count, (batch * HOT,)) for count in rows],
         "target": torch.rand(batch, 1, dtype=dtype),
     }
+
+
+def trained(module: nn.Module, arguments: dict[str, Any], optimizer: Any, steps: int = 3) -> list[Tensor]:
+    """Returns losses and gradients of each step, and the weights after them, all whole."""
+    found: list[Tensor] = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = module(**arguments)
+        loss.backward()
+        grads = [(x.grad.to_dense(), spec_of(x)) for x in module.parameters() if x.grad is not None]
+        found += [loss.detach(), *(gather_full(grad, spec) for grad, spec in grads)]
+        optimizer.step()
+    return found + [gather_full(x, spec_of(x)) for x in module.parameters()]
